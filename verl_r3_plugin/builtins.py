@@ -1,0 +1,28 @@
+"""The encodings, capture sources and replay modes that come with the package, registered like anybody else's."""
+
+from __future__ import annotations
+
+from .hookspecs import hookimpl
+
+
+@hookimpl
+def r3_encodings():
+    from .codec.packed import PackedEncoding
+    from .codec.raw import RawEncoding
+    from .codec.set import SetEncoding
+
+    return [RawEncoding(), PackedEncoding(), SetEncoding()]
+
+
+@hookimpl
+def r3_capture_sources():
+    from .capture import VllmCapture
+
+    return [VllmCapture()]
+
+
+@hookimpl
+def r3_replay_modes():
+    from .replay.mode import MegatronReplayMode
+
+    return [MegatronReplayMode()]
