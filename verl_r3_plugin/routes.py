@@ -11,6 +11,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
+from .compiled import kernels_for
 from .errors import RoutesError
 from .schema import RouteSchema
 
@@ -95,9 +96,7 @@ class RoutedExperts:
     def select_layers(self, ordinals: Sequence[int]) -> RoutedExperts:
         """Only the MoE layers at these positions of `schema.moe_layers`."""
         ordinals = list(ordinals)
-        return RoutedExperts(
-            self.schema.select_layers(ordinals), np.ascontiguousarray(self.ids[:, ordinals]), self.present
-        )
+        return RoutedExperts(self.schema.select_layers(ordinals), np.ascontiguousarray(self.ids[:, ordinals]), self.present)
 
     def drop(self, rows: np.ndarray) -> RoutedExperts:
         """The same routes with `rows` (bool mask or indices) absent."""
@@ -118,6 +117,10 @@ class RoutedExperts:
 
 def valid_rows(ids: np.ndarray, num_experts: int) -> np.ndarray:
     """[tokens] bool: every id of the row within 0..num_experts-1 and no id twice in one layer. ids: [tokens, layers, top_k]."""
+    if kernels := kernels_for(ids.size):
+        good = np.empty(len(ids), np.bool_)
+        kernels.valid_rows(ids, num_experts, good)
+        return good
     ordered = np.sort(ids, axis=2)
     good = (ordered[..., 1:] != ordered[..., :-1]).all(axis=(1, 2))
     if ids.size:

@@ -33,9 +33,7 @@ class RouteSchema:
         if not 1 <= self.num_experts <= MAX_EXPERTS:
             raise SchemaError(f"expected 1 to {MAX_EXPERTS} experts, found {self.num_experts}")
         if not 1 <= self.top_k <= min(self.num_experts, MAX_TOP_K):
-            raise SchemaError(
-                f"expected a top-k between 1 and {min(self.num_experts, MAX_TOP_K)}, found {self.top_k}"
-            )
+            raise SchemaError(f"expected a top-k between 1 and {min(self.num_experts, MAX_TOP_K)}, found {self.top_k}")
         layers = self.moe_layers
         if not layers:
             raise SchemaError(f"expected at least one MoE layer among {self.num_layers}, found none: a dense model has no router")
@@ -53,6 +51,4 @@ class RouteSchema:
 
     def select_layers(self, ordinals: Sequence[int]) -> RouteSchema:
         """The schema of only the MoE layers at these positions of `moe_layers`."""
-        return RouteSchema(
-            self.num_experts, self.top_k, self.num_layers, tuple(self.moe_layers[i] for i in ordinals)
-        )
+        return RouteSchema(self.num_experts, self.top_k, self.num_layers, tuple(self.moe_layers[i] for i in ordinals))
