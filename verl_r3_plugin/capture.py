@@ -49,9 +49,7 @@ def _array_from_base64_npy(text: str | bytes) -> np.ndarray:
     try:
         array = np.lib.format.read_array(stream, allow_pickle=False)
     except Exception as error:  # numpy raises many kinds for a damaged header
-        raise RoutesError(
-            f"expected routed experts as an .npy file of integers, found {len(raw)} bytes that are not ({error})"
-        ) from error
+        raise RoutesError(f"expected routed experts as an .npy file of integers, found {len(raw)} bytes that are not ({error})") from error
     if stream.read(1):
         raise RoutesError("expected routed experts as one .npy file, found bytes after its end")
     return array

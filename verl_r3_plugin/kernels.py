@@ -1,7 +1,8 @@
 """Compiled loops of the codec and of the validity check, used where numba is installed and the input is large enough to repay a call.
 
-Every function has a numpy twin (in `codec/bits.py`, `codec/combinations.py`, `routes.py`) that gives the same bytes; a test compares the two. Importing this
-module imports numba (half a second) and compiles nothing: numba compiles at the first call and keeps the result on disk.
+Every function has a numpy twin (in `codec/bits.py`, `codec/combinations.py`, `routes.py`) that gives the same bytes; a test compares
+the two. Importing this module imports numba (half a second) and compiles nothing: numba compiles at the first call and keeps the
+result on disk.
 """
 
 from __future__ import annotations

@@ -36,9 +36,7 @@ class RoutedExperts:
                 f"found {self.ids.shape} and {self.ids.dtype}"
             )
         if self.present.dtype != np.bool_ or self.present.ndim != 1:
-            raise RoutesError(
-                f"expected presence of dtype bool and one dimension, found {self.present.dtype} and {self.present.ndim}"
-            )
+            raise RoutesError(f"expected presence of dtype bool and one dimension, found {self.present.dtype} and {self.present.ndim}")
 
     @classmethod
     def absent(cls, schema: RouteSchema, tokens: int) -> RoutedExperts:

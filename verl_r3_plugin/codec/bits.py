@@ -26,14 +26,10 @@ def pack(low: np.ndarray, high: np.ndarray | None, bits: int) -> bytes:
     if fields <= _CHUNK:
         return np.packbits(_spread(low, high, bits), bitorder="little").tobytes()
     # A chunk is a multiple of eight fields, so each ends at a byte.
-    return b"".join(
-        pack(low[i : i + _CHUNK], None if high is None else high[i : i + _CHUNK], bits) for i in range(0, fields, _CHUNK)
-    )
+    return b"".join(pack(low[i : i + _CHUNK], None if high is None else high[i : i + _CHUNK], bits) for i in range(0, fields, _CHUNK))
 
 
-def unpack(
-    body: np.ndarray, rows: np.ndarray, columns: np.ndarray, per_row: int, bits: int
-) -> tuple[np.ndarray, np.ndarray | None]:
+def unpack(body: np.ndarray, rows: np.ndarray, columns: np.ndarray, per_row: int, bits: int) -> tuple[np.ndarray, np.ndarray | None]:
     """Fields at every (row, column) of a table with `per_row` fields a row, as (low, high), uint64 [rows * columns].
 
     body: uint8 [bytes]; rows, columns: int64. Only the bytes of the asked fields are read.

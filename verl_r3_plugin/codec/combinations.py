@@ -12,8 +12,8 @@ from math import comb
 
 import numpy as np
 
-from ..errors import CodecError
 from ..compiled import kernels_for
+from ..errors import CodecError
 
 _LOW = (1 << 64) - 1
 
@@ -116,8 +116,7 @@ def combinations(experts: int, top_k: int) -> Combinations:
     bits = (count - 1).bit_length()
     if bits > 128:
         raise CodecError(
-            f"expected at most 128 bits a set, found {bits} for top-{top_k} of {experts} experts; "
-            "set custom.r3.codec=packed for this model"
+            f"expected at most 128 bits a set, found {bits} for top-{top_k} of {experts} experts; set custom.r3.codec=packed for this model"
         )
     # With top-k above half of the experts, a column can grow past what the ranks need, and past the dtype.
     largest = (1 << (128 if bits > 64 else 64)) - 1

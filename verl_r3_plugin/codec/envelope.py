@@ -182,8 +182,8 @@ def _open(data: bytes | bytearray | memoryview | np.ndarray) -> _Opened:
         raise UnsupportedVersion(f"expected envelope version {VERSION}, found {view[4]}; install a verl-r3-plugin that knows it")
     if len(view) < _FIXED.size + _CHECKSUM.size:
         raise TruncatedEnvelope(f"expected at least {_FIXED.size + _CHECKSUM.size} bytes, found {len(view)}")
-    (_, _, flags, name_bytes, top_k, experts, num_layers, zero, start, rows, present_rows, tokens, hashed, body_bytes) = (
-        _FIXED.unpack(view[: _FIXED.size].tobytes())
+    (_, _, flags, name_bytes, top_k, experts, num_layers, zero, start, rows, present_rows, tokens, hashed, body_bytes) = _FIXED.unpack(
+        view[: _FIXED.size].tobytes()
     )
     all_present = bool(flags & _ALL_PRESENT)
     layer_bytes, presence_bytes = (num_layers + 7) // 8, 0 if all_present else (rows + 7) // 8
