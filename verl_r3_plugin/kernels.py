@@ -195,3 +195,23 @@ def valid_rows(ids, experts, out):
             if not good:
                 break
         out[r] = good
+
+
+@njit(cache=True, nogil=True)
+def take_valid(array, columns, experts, ids, present):
+    """ids[row, c] = array[row, columns[c]] and present[row], or zeros and False where `valid_rows` would say so."""
+    top_k = array.shape[2]
+    for r in range(array.shape[0]):
+        good = True
+        for c in range(columns.shape[0]):
+            layer = columns[c]
+            for k in range(top_k):
+                value = array[r, layer, k]
+                good &= 0 <= value < experts
+                ids[r, c, k] = value
+                for j in range(k):
+                    good &= array[r, layer, j] != value
+            if not good:
+                ids[r] = 0
+                break
+        present[r] = good

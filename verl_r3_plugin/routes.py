@@ -66,12 +66,19 @@ class RoutedExperts:
                 f"expected routes of {schema.num_layers} layers (or {schema.num_moe_layers} MoE layers) and top-{schema.top_k}, "
                 f"found {layers} layers and top-{top_k}; is this the model that the rollout engine serves?"
             )
-        if layers == schema.num_layers and layers != schema.num_moe_layers:
-            array = array[:, schema.moe_layers]
-        present = valid_rows(array, schema.num_experts)
-        if tokens and top_k > 1 and not array.any(axis=(0, 2)).all():
-            present = np.zeros(tokens, np.bool_)
-        ids = np.where(present[:, None, None], array, 0).astype(schema.id_dtype)
+        columns = np.array(schema.moe_layers if layers == schema.num_layers else range(layers), np.int64)
+        ids = np.empty((tokens, len(columns), top_k), schema.id_dtype)
+        present = np.empty(tokens, np.bool_)
+        if kernels := kernels_for(tokens * len(columns)):
+            # One layout and byte order, writable: numba compiles the loop anew for every other.
+            array = np.require(array, array.dtype.newbyteorder("="), ["C", "W"])
+            kernels.take_valid(array, columns, schema.num_experts, ids, present)
+        else:
+            array = array[:, columns]
+            present[:] = valid_rows(array, schema.num_experts)
+            ids[:] = array
+            ids[~present] = 0
+        # No check of its own for layers that are zero in every row: with a top-k of two and more that is a duplicate in each.
         return cls(schema, ids, present)
 
     @classmethod
@@ -115,12 +122,10 @@ class RoutedExperts:
 
 def valid_rows(ids: np.ndarray, num_experts: int) -> np.ndarray:
     """[tokens] bool: every id of the row within 0..num_experts-1 and no id twice in one layer. ids: [tokens, layers, top_k]."""
-    if kernels := kernels_for(ids.size):
+    if len(ids) and (kernels := kernels_for(ids.size // ids.shape[2])):
         good = np.empty(len(ids), np.bool_)
-        kernels.valid_rows(ids, num_experts, good)
+        kernels.valid_rows(np.require(ids, requirements=["C", "W"]), num_experts, good)
         return good
     ordered = np.sort(ids, axis=2)
     good = (ordered[..., 1:] != ordered[..., :-1]).all(axis=(1, 2))
-    if ids.size:
-        good &= (ordered[..., 0] >= 0).all(axis=1) & (ordered[..., -1] < num_experts).all(axis=1)
-    return good
+    return good & (ordered[..., 0] >= 0).all(axis=1) & (ordered[..., -1] < num_experts).all(axis=1)

@@ -11,6 +11,7 @@ from .errors import SchemaError
 
 MAX_EXPERTS = 65_536
 MAX_TOP_K = 255
+MAX_LAYERS = 65_535
 
 
 @dataclass(frozen=True)
@@ -34,6 +35,8 @@ class RouteSchema:
             raise SchemaError(f"expected 1 to {MAX_EXPERTS} experts, found {self.num_experts}")
         if not 1 <= self.top_k <= min(self.num_experts, MAX_TOP_K):
             raise SchemaError(f"expected a top-k between 1 and {min(self.num_experts, MAX_TOP_K)}, found {self.top_k}")
+        if not 1 <= self.num_layers <= MAX_LAYERS:
+            raise SchemaError(f"expected 1 to {MAX_LAYERS} decoder layers, found {self.num_layers}")
         layers = self.moe_layers
         if not layers:
             raise SchemaError(f"expected at least one MoE layer among {self.num_layers}, found none: a dense model has no router")
@@ -50,5 +53,9 @@ class RouteSchema:
         return np.dtype(np.uint8 if self.num_experts <= 256 else np.uint16)
 
     def select_layers(self, ordinals: Sequence[int]) -> RouteSchema:
-        """The schema of only the MoE layers at these positions of `moe_layers`."""
+        """The schema of only the MoE layers at these positions (ascending) of `moe_layers`."""
+        ordinals = list(ordinals)
+        # Checked here, since a negative position would count from the end.
+        if not ordinals or min(ordinals) < 0 or max(ordinals) >= self.num_moe_layers:
+            raise SchemaError(f"expected at least one position below {self.num_moe_layers} of a MoE layer, found {ordinals}")
         return RouteSchema(self.num_experts, self.top_k, self.num_layers, tuple(self.moe_layers[i] for i in ordinals))

@@ -1,20 +1,18 @@
 """Bytes <-> RoutedExperts. `envelope.py` is the format; each encoding of the rows is a file of its own."""
 
-from .encoding import Encoding, RankOutOfRange
-from .envelope import (
+from .encoding import Encoding
+from .envelope import Header, decode, encode, envelope_bytes, read_header, token_hash
+from .faults import (
     BadHeader,
     BadMagic,
     ChecksumMismatch,
-    Header,
+    NonzeroPadding,
+    RankOutOfRange,
     SchemaMismatch,
     TrailingBytes,
     TruncatedEnvelope,
     UnknownEncoding,
     UnsupportedVersion,
-    decode,
-    encode,
-    read_header,
-    token_hash,
 )
 
 __all__ = [
@@ -23,6 +21,7 @@ __all__ = [
     "ChecksumMismatch",
     "Encoding",
     "Header",
+    "NonzeroPadding",
     "RankOutOfRange",
     "SchemaMismatch",
     "TrailingBytes",
@@ -31,6 +30,7 @@ __all__ = [
     "UnsupportedVersion",
     "decode",
     "encode",
+    "envelope_bytes",
     "read_header",
     "token_hash",
 ]

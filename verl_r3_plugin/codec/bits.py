@@ -7,6 +7,7 @@ from __future__ import annotations
 import numpy as np
 
 from ..compiled import kernels_for
+from .faults import NonzeroPadding
 
 _CHUNK = 1 << 16  # fields spread to single bits at a time by the numpy path: bounds its memory to about 10 MB
 
@@ -14,6 +15,13 @@ _CHUNK = 1 << 16  # fields spread to single bits at a time by the numpy path: bo
 def body_bytes(fields: int, bits: int) -> int:
     """Bytes of a body with this many fields."""
     return (fields * bits + 7) // 8
+
+
+def check_padding(body: np.ndarray, fields: int, bits: int) -> None:
+    """NonzeroPadding unless the bits after the last field are zero."""
+    used = fields * bits % 8
+    if used and body[-1] >> used:
+        raise NonzeroPadding(f"expected zero bits after the last of {fields} fields of {bits} bits, found a last byte of {body[-1]:#04x}")
 
 
 def pack(low: np.ndarray, high: np.ndarray | None, bits: int) -> bytes:
@@ -35,6 +43,11 @@ def unpack(body: np.ndarray, rows: np.ndarray, columns: np.ndarray, per_row: int
     body: uint8 [bytes]; rows, columns: int64. Only the bytes of the asked fields are read.
     """
     fields = len(rows) * len(columns)
+    if fields:
+        # Cut to the rows asked for, since both paths below copy the body to have room behind it. Row numbers stay whole bytes apart.
+        lowest, highest = int(rows.min()) // 8 * 8, int(rows.max()) + 1
+        body = body[lowest * per_row * bits // 8 : body_bytes(highest * per_row, bits)]
+        rows = rows - lowest
     if kernels := kernels_for(fields):
         words = np.zeros(len(body) // 8 + 3, "<u8")
         words.view(np.uint8)[: len(body)] = body

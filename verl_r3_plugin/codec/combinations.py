@@ -46,18 +46,22 @@ class Combinations:
             if bad >= 0:
                 raise self._not_a_set(ids, bad)
             return low, high if self.wide else None
-        ordered = np.sort(ids, axis=1).astype(np.intp)
-        bad_sets = (ordered[:, 1:] == ordered[:, :-1]).any(axis=1) | (ordered[:, -1] >= self.experts)
+        # [top_k, sets]: a position of all sets at a time, so that each step runs over neighbours in memory.
+        ordered = np.ascontiguousarray(np.sort(ids, axis=1).T)
+        bad_sets = ordered[-1] >= self.experts
+        for k in range(1, self.top_k):
+            bad_sets |= ordered[k] == ordered[k - 1]
         if bad_sets.any():
             raise self._not_a_set(ids, int(bad_sets.argmax()))
-        position = np.arange(self.top_k)
-        parts = self.binomial[ordered, position]
         low = np.zeros(len(ids), np.uint64)
-        high = self.binomial_high[ordered, position].sum(axis=1, dtype=np.uint64)
+        high = np.zeros(len(ids), np.uint64) if self.wide else None
         for k in range(self.top_k):
-            low += parts[:, k]
-            high += low < parts[:, k]
-        return low, high if self.wide else None
+            part = self.binomial[:, k].take(ordered[k])
+            low += part
+            if high is not None:
+                high += self.binomial_high[:, k].take(ordered[k])
+                high += low < part
+        return low, high
 
     def unrank(self, low: np.ndarray, high: np.ndarray | None, dtype: np.dtype) -> np.ndarray:
         """ids [sets, top_k], ascending; the ranks must be below `count` (ask `first_out_of_range`)."""
@@ -70,12 +74,13 @@ class Combinations:
                 kernels.unrank(low.copy(), columns, hints, ids)
             return ids
         rest, rest_high = low.copy(), None if high is None else high.copy()
-        for k in range(self.top_k - 1, -1, -1):
+        for k in range(self.top_k - 1, 0, -1):
             n = self._largest(k, rest, rest_high)
             if rest_high is not None:
                 rest_high -= self.binomial_high[n, k] + (self.binomial[n, k] > rest)
             rest -= self.binomial[n, k]
             ids[:, k] = n
+        ids[:, 0] = rest  # C(n, 1) = n
         return ids
 
     def first_out_of_range(self, low: np.ndarray, high: np.ndarray | None) -> int:

@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import numpy as np
 
+from ..errors import CodecError
 from ..schema import RouteSchema
-from .bits import body_bytes, pack, unpack
-from .raw import check_rows
+from .bits import body_bytes, check_padding, pack, unpack
+from .encoding import check_rows
+from .faults import RankOutOfRange
 
 
 class PackedEncoding:
@@ -16,14 +18,16 @@ class PackedEncoding:
         return body_bytes(rows * schema.num_moe_layers * schema.top_k, _bits(schema))
 
     def encode(self, ids: np.ndarray, schema: RouteSchema) -> bytes:
+        check_rows(ids, schema, CodecError)
         return pack(ids.reshape(-1).astype(np.uint64), None, _bits(schema))
 
-    def decode(self, body: np.ndarray, schema: RouteSchema, rows: np.ndarray, layers: np.ndarray) -> np.ndarray:
-        top_k = schema.top_k
+    def decode(self, body: np.ndarray, rows_total: int, schema: RouteSchema, rows: np.ndarray, layers: np.ndarray) -> np.ndarray:
+        top_k, per_row = schema.top_k, schema.num_moe_layers * schema.top_k
+        check_padding(body, rows_total * per_row, _bits(schema))
         columns = (layers[:, None] * top_k + np.arange(top_k)).reshape(-1)
-        low, _ = unpack(body, rows, columns, schema.num_moe_layers * top_k, _bits(schema))
+        low, _ = unpack(body, rows, columns, per_row, _bits(schema))
         ids = low.astype(schema.id_dtype).reshape(len(rows), len(layers), top_k)
-        check_rows(ids, schema)
+        check_rows(ids, schema, RankOutOfRange)
         return ids
 
 

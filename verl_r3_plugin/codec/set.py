@@ -9,9 +9,9 @@ from __future__ import annotations
 import numpy as np
 
 from ..schema import RouteSchema
-from .bits import body_bytes, pack, unpack
+from .bits import body_bytes, check_padding, pack, unpack
 from .combinations import Combinations, combinations
-from .encoding import RankOutOfRange
+from .faults import RankOutOfRange
 
 
 class SetEncoding:
@@ -24,8 +24,9 @@ class SetEncoding:
         table = _table(schema)
         return pack(*table.rank(ids.reshape(-1, schema.top_k)), table.bits)
 
-    def decode(self, body: np.ndarray, schema: RouteSchema, rows: np.ndarray, layers: np.ndarray) -> np.ndarray:
+    def decode(self, body: np.ndarray, rows_total: int, schema: RouteSchema, rows: np.ndarray, layers: np.ndarray) -> np.ndarray:
         table = _table(schema)
+        check_padding(body, rows_total * schema.num_moe_layers, table.bits)
         low, high = unpack(body, rows, layers, schema.num_moe_layers, table.bits)
         bad = table.first_out_of_range(low, high)
         if bad >= 0:
