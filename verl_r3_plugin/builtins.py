@@ -1,4 +1,4 @@
-"""The encodings, capture sources and replay modes that come with the package, registered like anybody else's."""
+"""The encodings and capture sources that come with the package, registered like anybody else's (replay modes: hosts/plugin.py)."""
 
 from __future__ import annotations
 
@@ -19,10 +19,3 @@ def r3_capture_sources():
     from .capture import VllmCapture
 
     return [VllmCapture()]
-
-
-@hookimpl
-def r3_replay_modes():
-    from .replay.mode import MegatronReplayMode
-
-    return [MegatronReplayMode()]
