@@ -10,57 +10,62 @@ and each micro-batch loads the rows of its own tokens before the host runs it.
 from __future__ import annotations
 
 import dataclasses
+import inspect
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
 
-from ...errors import ConfigError, HostError, ReplayError
+from ...errors import HostError, ReplayError
 from ...field import FIELD
+from ...plugins import replay_mode
+from ...problem import Problem, refuse
+from ...replay.local import LocalRoutes
+from ...schema import RouteSchema
 from . import rows as placement
 from .activation import state
 from .step import ROW_KEY, SUM_PREFIX, Step, log_prob_sums, read_step, refuse_if_too_few
 
-_ACTOR = "actor_rollout_ref.actor.megatron"
+_ACTOR = "actor_rollout_ref.actor.megatron."
 
 
 class ReplayEngine:
     """What is put in front of the host's engine class; see `engine_class`."""
 
     def __init__(self, model_config: Any, engine_config: Any, *args: Any, **kwargs: Any) -> None:
-        self._r3_wanted = engine_config.router_replay.mode == "R3" and not engine_config.forward_only
-        self._r3: Any = None  # MegatronReplay, once the model is built
+        asked = engine_config.router_replay.mode == "R3"
+        self._r3_wanted = asked and not engine_config.forward_only
+        self._r3: Any = None  # ReplaySession, once the model is built
+        self._r3_schema: Any = None
         self._r3_step: Step | None = None
         self._r3_calls = 0
         self._r3_updates = 0
         self._r3_adapter_off = False
         given = engine_config
-        if self._r3_wanted:
-            refuse_layout(engine_config)
+        if asked:
+            refuse(layout_problems(engine_config) if self._r3_wanted else [])
             router_replay = dataclasses.replace(engine_config.router_replay, mode="disabled")
             given = dataclasses.replace(engine_config, router_replay=router_replay)
         super().__init__(model_config, given, *args, **kwargs)
         # The worker shares its configuration object with the engine and each sees what the other changes in it.
         self.engine_config = engine_config
 
-    def initialize(self, *args: Any, **kwargs: Any) -> Any:
-        result = super().initialize(*args, **kwargs)  # type: ignore[misc]
+    def _build_tf_config(self) -> None:
+        super()._build_tf_config()  # type: ignore[misc]
         if self._r3_wanted:
-            self._attach()
-        return result
+            self._r3_schema = RouteSchema.from_hf_config(self.model_config.hf_config)
+            # Megatron-Bridge hands out its configuration only with the model; its provider is one as well, and is there before.
+            config = self.tf_config if self.tf_config is not None else getattr(self, "provider", None)
+            if config is not None:
+                refuse(replay_mode(state.settings.replay).check(config, self._r3_schema))
 
-    def _attach(self) -> None:
-        """Hand every decoder router of the model just built its replay object."""
-        from ...plugins import replay_mode
-        from ..megatron import attach
-
-        settings = state.settings
-        if self._r3 is not None:
-            self._r3.detach()
-        schema = schema_of(self.model_config)
-        self._r3 = attach(self.module, schema, mode=replay_mode(settings.replay))
-        line = f"{type(self).__name__}: {len(self._r3.layer_numbers)} routers of this rank"
-        state.engines.append(line)
-        print(f"verl-r3-plugin: replay attached, {line}, {schema}", flush=True)
+    def _build_megatron_module(self) -> Any:
+        module = super()._build_megatron_module()  # type: ignore[misc]
+        if self._r3_wanted:
+            self._r3 = replay_mode(state.settings.replay).attach(module, self._r3_schema)
+            count = sum(len(self._r3.layers(chunk)) for chunk in module)
+            state.engines.append(f"{type(self).__name__}: replay of {count} MoE layers")
+            print(f"verl-r3-plugin: {state.engines[-1]} of {self._r3_schema} attached", flush=True)
+        return module
 
     @contextmanager
     def disable_adapter(self) -> Iterator[Any]:
@@ -85,7 +90,7 @@ class ReplayEngine:
                 "made the batch (the trainer, or Agent Lightning's adapter) does not run verl-r3-plugin"
             )
         settings = state.settings
-        step = read_step(data, blobs.values, self._r3.schema)
+        step = read_step(data, blobs.values, self._r3_schema)
         sums = step.sums()
         refuse_if_too_few(self._over_data_parallel(sums), step, settings.max_fallback, first=self._r3_calls == 0)
         training = loss_function is not None and not forward_only
@@ -127,15 +132,16 @@ class ReplayEngine:
         chunk = unwrap_model(model)
         tokens = placement.local_rows(batch["input_ids"], chunk, self.engine_config, fused=fused, batch_options=options)
         which = batch[ROW_KEY].tolist()
-        self._r3.load(chunk, [step.blobs[i] for i in which], [step.token_ids[i] for i in which], tokens)
+        blobs, token_ids = [step.blobs[i] for i in which], [step.token_ids[i] for i in which]
+        self._r3.load(chunk, LocalRoutes.gather(blobs, token_ids, tokens, self._r3.layers(chunk), step.schema))
 
     def _over_data_parallel(self, sums: dict[str, float]) -> dict[str, float]:
         """`sums` added up over data-parallel ranks: one all-reduce of three numbers a call, next to the one the host makes."""
         return self._all_reduce({key: sums[key] for key in ("fell_back", "trained", "rows_present")}, self.get_data_parallel_group())
 
-    def _over_the_model(self, statistics: Any) -> dict[str, float]:
+    def _over_the_model(self, counts: dict[str, float]) -> dict[str, float]:
         """Agreement counts of all ranks (each has its own layers and tokens), on sampled steps only."""
-        return self._all_reduce({"agreed": float(statistics.agreed), "compared": float(statistics.compared)}, None)
+        return self._all_reduce({key: counts[key] for key in ("agreed", "compared")}, None)
 
     def _all_reduce(self, sums: dict[str, float], group: Any) -> dict[str, float]:
         import torch
@@ -148,35 +154,29 @@ class ReplayEngine:
 
 def engine_class(host: type) -> type:
     """The replaying engine over `host`, VERL's Megatron engine with a language-model head (or another package's subclass of it)."""
-    for method in ("initialize", "forward_backward_batch", "forward_step", "disable_adapter"):
+    for method in ("_build_tf_config", "_build_megatron_module", "forward_backward_batch", "forward_step", "disable_adapter"):
         if not callable(getattr(host, method, None)):
             raise HostError(f"expected {host.__module__}.{host.__qualname__} to have {method}(), found none; this verl is not supported")
     return type(f"R3{host.__name__}", (ReplayEngine, host), {"__module__": __name__, "__doc__": ReplayEngine.__doc__})
 
 
-def refuse_layout(engine_config: Any) -> None:
-    """Raise ConfigError, all problems in one message, for what cannot be replayed whatever the model is."""
+def layout_problems(engine_config: Any) -> list[Problem]:
+    """What cannot be replayed whatever the model is, as VERL's engine configuration has it (the model's own: `ReplayMode.check`)."""
     problems = []
-    if engine_config.dynamic_context_parallel:
-        problems.append(
-            f"{_ACTOR}.dynamic_context_parallel: expected false with router_replay.mode=R3, found true; it regroups the ranks for every "
-            "micro-batch, and no released Megatron-core has it to try. Use context_parallel_size"
-        )
-    override = engine_config.override_transformer_config or {}
-    if override.get("moe_router_fusion"):
-        problems.append(
-            f"{_ACTOR}.override_transformer_config.moe_router_fusion: expected false with R3, found true; the fused router never asks for "
-            "replayed experts"
-        )
-    if problems:
-        raise ConfigError("R3 cannot run with this actor:\n- " + "\n- ".join(problems))
+    if getattr(engine_config, "dynamic_context_parallel", False):
+        message = "it regroups the ranks for every micro-batch, and no released Megatron-core has it to try"
+        problems.append(Problem("error", _ACTOR + "dynamic_context_parallel", message, "set it to false and use context_parallel_size"))
+    if getattr(engine_config, "pad_to_length", False) and engine_config.use_remove_padding and not rows_follow_pad_to_length():
+        message = "this verl cannot say where it puts the bucket's padding"
+        problems.append(Problem("error", _ACTOR + "pad_to_length", message, "set it to false"))
+    return problems
 
 
-def schema_of(model_config: Any) -> Any:
-    """The RouteSchema of the model that `model_config` (HFModelConfig) names."""
-    from ...schema import RouteSchema
+def rows_follow_pad_to_length() -> bool:
+    """Whether the installed verl's packing function takes the bucket."""
+    from verl.models.mcore.util import preprocess_thd_engine
 
-    return RouteSchema.from_hf_config(model_config.hf_config)
+    return "pad_to_length_bucket" in inspect.signature(preprocess_thd_engine).parameters
 
 
 @dataclasses.dataclass
