@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
+from typing import Any
 
 import numpy as np
 
@@ -59,3 +60,71 @@ class RouteSchema:
         if not ordinals or min(ordinals) < 0 or max(ordinals) >= self.num_moe_layers:
             raise SchemaError(f"expected at least one position below {self.num_moe_layers} of a MoE layer, found {ordinals}")
         return RouteSchema(self.num_experts, self.top_k, self.num_layers, tuple(self.moe_layers[i] for i in ordinals))
+
+    @classmethod
+    def from_hf_config(cls, config: Any) -> RouteSchema:
+        """The schema of the decoder that a Hugging Face config describes (the object, or the mapping of a `config.json`).
+
+        Known ways to say which layers are MoE: `mlp_only_layers` with `decoder_sparse_step` (Qwen), `first_k_dense_replace` with
+        `moe_layer_freq` (DeepSeek, GLM), `mlp_layer_types`, `moe_layers` or a list `moe_layer_freq` (one entry a layer), the start, end
+        and interval of ERNIE, and the pattern of a hybrid model ('E'). A multimodal config is read in its `text_config`. MTP layers are no
+        decoder layers and have no row.
+        """
+        read = _reader(config)
+        experts = read("num_experts", "num_local_experts", "n_routed_experts", "num_routed_experts", "moe_num_experts")
+        top_k = read("num_experts_per_tok", "num_experts_per_token", "moe_topk", "moe_k", "moe_top_k", "top_k_experts")
+        layers = read("num_hidden_layers", "num_layers", "n_layer")
+        if not experts or not top_k or not layers:
+            raise SchemaError(
+                f"expected a model config with experts, experts per token and layers, found {experts}, {top_k} and {layers} in "
+                f"{read('model_type')!r}: a dense model has no router, and router_replay.mode must be disabled for it"
+            )
+        return cls(int(experts), int(top_k), int(layers), tuple(_moe_layers(read, int(layers))))
+
+
+def _reader(config: Any) -> Callable[..., Any]:
+    """read(*names): the first of these that the decoder's config has and that is not None."""
+    sections = [config]
+    for name in ("text_config", "llm_config", "language_config", "thinker_config"):
+        nested = _value(sections[-1], name)
+        if nested is not None:
+            sections.append(nested)
+
+    def read(*names: str) -> Any:
+        for section in reversed(sections):  # the decoder's own section before the whole model's
+            for name in names:
+                value = _value(section, name)
+                if value is not None:
+                    return value
+        return None
+
+    return read
+
+
+def _value(section: Any, name: str) -> Any:
+    return section.get(name) if isinstance(section, Mapping) else getattr(section, name, None)
+
+
+def _moe_layers(read: Callable[..., Any], layers: int) -> list[int]:
+    every = range(layers)
+    pattern = read("hybrid_override_pattern", "hybrid_layer_pattern")
+    if isinstance(pattern, str) and "E" in pattern:
+        return [layer for layer, kind in enumerate(pattern.split("/")[0].replace("|", "")) if kind == "E"]
+    kinds = read("mlp_layer_types")
+    if kinds is not None:
+        return [layer for layer, kind in enumerate(kinds[:layers]) if kind != "dense"]
+    explicit = read("moe_layers")
+    if isinstance(explicit, (list, tuple)):
+        return sorted(int(layer) for layer in explicit)
+    frequency = read("moe_layer_freq")
+    if isinstance(frequency, (list, tuple)):
+        return [layer for layer, sparse in enumerate(frequency[:layers]) if sparse]
+    first, last = read("moe_layer_start_index"), read("moe_layer_end_index")
+    if isinstance(first, int) and isinstance(last, int):
+        interval = read("moe_layer_interval") or 1
+        return [layer for layer in every if first <= layer <= (last if last >= 0 else layers - 1) and (layer + 1) % interval == 0]
+    dense = set(read("mlp_only_layers") or [])
+    step, leading = read("decoder_sparse_step") or 1, read("first_k_dense_replace") or 0
+    return [
+        layer for layer in every if layer >= leading and layer not in dense and (layer + 1) % step == 0 and layer % (frequency or 1) == 0
+    ]
