@@ -126,6 +126,11 @@ class TrajectoryBuilder:
         segment = self._segment
         return (~segment.present[: max(0, segment.length - 1)]).nonzero()[0]
 
+    @property
+    def segments(self) -> int:
+        """How many segments there are so far."""
+        return len(self._done) + bool(self._segment.length)
+
     def trajectories(self) -> list[Trajectory]:
         """One for each segment, in the order in which they began."""
         return [*self._done, self._segment.trajectory()] if self._segment.length else list(self._done)
