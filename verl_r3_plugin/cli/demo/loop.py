@@ -17,7 +17,7 @@ import torch
 from safetensors.torch import load_file
 
 from ... import metrics
-from ...field import FIELD
+from ...field import unpack
 from ...schema import RouteSchema
 from . import checkpoint
 from .agent import KINDS
@@ -235,7 +235,8 @@ def _start_gateway(port: int, out: Path) -> Server:
 def _start_controller(gateway: int, out: Path) -> Server:
     command = [
         sys.executable, "-m", "agentlightning.controller", "runner_type=local", f"agl_server.url=http://127.0.0.1:{gateway}",
-        f"agl_server.key={KEY}", "local_runner.poll_interval=0.3", "local_runner.maximum_size=8", f"hydra.run.dir={out / 'hydra' / 'controller'}",
+        f"agl_server.key={KEY}", "local_runner.poll_interval=0.3", "local_runner.maximum_size=8",
+        f"hydra.run.dir={out / 'hydra' / 'controller'}",
     ]  # fmt: skip
     return Server("agl-controller", command, out / "logs" / "controller.log")
 
@@ -269,9 +270,4 @@ def _of_trained(values: list[np.ndarray], batch: Batch) -> np.ndarray:
 
 
 def _present(blob: bytes, ids: np.ndarray, schema: RouteSchema) -> np.ndarray:
-    from ...field import unpack
-
     return unpack(blob, ids, schema=schema, layers=[0])[0].present
-
-
-__all__ = ["FIELD", "Demo", "Options", "Result"]

@@ -110,7 +110,7 @@ def stand_in() -> None:
 def initialise(
     *, tp: int = 1, pp: int = 1, ep: int = 1, vpp: int | None = None, cp: int = 1, etp: int | None = 1, port: int = 0, seed: int = 1234
 ) -> None:
-    """Process group (gloo, loopback) and Megatron's parallel state. Rank and world size come from the environment, as torchrun sets them."""
+    """Process group (gloo, loopback) and Megatron's parallel state; rank and world size from the environment, as torchrun sets them."""
     from megatron.core import parallel_state, tensor_parallel
 
     stand_in()

@@ -1,10 +1,10 @@
 """An independent witness between the gateway and vLLM: it sees full captures, whatever the gateway asked for.
 
-It takes `routed_experts_prompt_start` out of each request, so that vLLM answers with the routes of the whole context, keeps that array under
-the context's token ids, and hands the gateway the part that it had asked for. The proof of the demo (`checks.py`) compares what Megatron's
-routers emitted with what this witness saw, and so with nothing that went through the plugin's own bytes.
+It takes `routed_experts_prompt_start` out of each request, so that vLLM answers with the routes of the whole context, keeps that array
+under the context's token ids, and hands the gateway the part that it had asked for. The proof of the demo (`checks.py`) compares what
+Megatron's routers emitted with what this witness saw, and so with nothing that went through the plugin's own bytes.
 
-Earliest capture wins here too, since that is the one under which a token was sampled; with the prefix cache on, vLLM returns the same rows again.
+The earliest capture of a row wins here too, since that is the one under which a token was sampled.
 """
 
 from __future__ import annotations
