@@ -87,6 +87,13 @@ def local_spec_host(**options: Any) -> type:
     lr = options.pop("lr", 1.0)
 
     class LocalSpecEngine(MegatronEngineWithLMHead):
+        def _init_device_mesh(self):
+            from megatron.core import tensor_parallel
+
+            super()._init_device_mesh()
+            # The generator tracker that needs no CUDA; seeding again keeps it.
+            tensor_parallel.model_parallel_cuda_manual_seed(self.engine_config.seed, inference_rng_tracker=True)
+
         def _build_tf_config(self):
             self.is_value_model = False
             self.share_embeddings_and_output_weights = False

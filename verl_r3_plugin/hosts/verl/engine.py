@@ -21,6 +21,7 @@ from ...plugins import replay_mode
 from ...problem import Problem, refuse
 from ...replay.local import LocalRoutes
 from ...schema import RouteSchema
+from . import marker
 from . import rows as placement
 from .activation import state
 from .step import ROW_KEY, SUM_PREFIX, Step, log_prob_sums, read_step, refuse_if_too_few
@@ -110,7 +111,7 @@ class ReplayEngine:
         if training:
             sums |= log_prob_sums(data, len(step.token_ids))
         if output.get("metrics") is not None:
-            output["metrics"].update(_as_metrics(sums if training else {}))
+            output["metrics"].update(_as_metrics(sums) if training else {"r3_loaded": marker.Loaded()} if marker.needed() else {})
         return output
 
     def forward_step(self, batch_iter: Iterator[Any], model: Any, *args: Any, **kwargs: Any) -> Any:

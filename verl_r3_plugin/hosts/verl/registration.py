@@ -14,7 +14,7 @@ from typing import Any
 from ...errors import HostError
 from .engine import engine_class
 
-_MODEL_TYPE, _BACKEND, _DEVICE = "language_model", "megatron", "cuda"
+_MODEL_TYPE, _BACKEND = "language_model", "megatron"
 _before: list[tuple[dict[Any, type], Any, type | None]] = []  # (registry, key, class that was there)
 
 
@@ -23,19 +23,20 @@ def install(host: ModuleType) -> None:
     from verl.workers.engine.base import EngineRegistry
 
     engines = getattr(EngineRegistry, "_engines", {}).get(_MODEL_TYPE, {}).get(_BACKEND)
-    if not engines or _DEVICE not in engines:
+    device = _device()
+    if not engines or device not in engines:
         raise HostError(
-            f"expected verl's EngineRegistry to hold a {_BACKEND!r} engine for {_MODEL_TYPE!r} on {_DEVICE!r}, found {engines}; "
+            f"expected verl's EngineRegistry to hold a {_BACKEND!r} engine for {_MODEL_TYPE!r} on {device!r}, found {engines}; "
             "routes cannot be replayed with the installed verl"
         )
     if "vendor" in inspect.signature(EngineRegistry.register).parameters:
-        key: Any = (_DEVICE, _vendor())
-        current = engines.get(key, engines[_DEVICE])
+        key: Any = (device, _vendor())
+        current = engines.get(key, engines[device])
         _before.append((engines, key, engines.pop(key, None)))
-        EngineRegistry.register(_MODEL_TYPE, _BACKEND, device=_DEVICE, vendor=key[1])(engine_class(current))
+        EngineRegistry.register(_MODEL_TYPE, _BACKEND, device=device, vendor=key[1])(engine_class(current))
     else:
-        _before.append((engines, _DEVICE, engines[_DEVICE]))
-        engines[_DEVICE] = engine_class(engines[_DEVICE])
+        _before.append((engines, device, engines[device]))
+        engines[device] = engine_class(engines[device])
 
 
 def uninstall() -> None:
@@ -45,6 +46,20 @@ def uninstall() -> None:
             engines.pop(key, None)
         else:
             engines[key] = current
+
+
+def _device() -> str:
+    """The device that the host's lookup will use; cuda on a machine without an accelerator, for which VERL registers nothing."""
+    from verl.utils.device import get_device_name
+
+    name = os.getenv("VERL_ENGINE_DEVICE") or get_device_name()
+    return "cuda" if name == "cpu" and not _has_cpu_engine() else name
+
+
+def _has_cpu_engine() -> bool:
+    from verl.workers.engine.base import EngineRegistry
+
+    return "cpu" in EngineRegistry._engines.get(_MODEL_TYPE, {}).get(_BACKEND, {})
 
 
 def _vendor() -> str:
