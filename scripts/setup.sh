@@ -25,7 +25,7 @@ find_python() {
 install() { # folder, requirements file, further things to install without their dependencies
     local folder=$1 wanted=$2 mark
     shift 2
-    mark=$(cat "$wanted" pyproject.toml scripts/setup.sh requirements/vllm-cpu-shim/pyproject.toml | cksum)
+    mark=$(sed '/^\[tool/,$d' pyproject.toml | cat "$wanted" - scripts/setup.sh requirements/vllm-cpu-shim/pyproject.toml | cksum)
     if [ -f "$folder/.complete" ] && [ "$(cat "$folder/.complete")" = "$mark" ]; then return; fi
     echo "setup: installing $folder from $wanted"
     .tools/bin/uv venv --quiet --clear --python "$python" "$folder"

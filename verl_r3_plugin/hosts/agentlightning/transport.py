@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextvars
 import json
+import re
 from collections.abc import Callable
 from dataclasses import dataclass
 
@@ -27,6 +28,7 @@ log = structlog.get_logger()
 
 START_FIELD = "routed_experts_prompt_start"
 _KEY = b'"routed_experts":'
+_NUMBERS = re.compile(rb"[\[\]\d.,\s+-]*")
 
 
 @dataclass(frozen=True)
@@ -227,16 +229,16 @@ def cut_routes(data: bytes) -> tuple[bytes, list[bytes]]:
         while data[value : value + 1] in (b" ", b"\t", b"\n", b"\r"):
             value += 1
         if data[value : value + 1] == b'"':
-            end = data.find(b'"', value + 1)
-            if end < 0:
+            end = data.find(b'"', value + 1) + 1
+            if not end:
                 return data, []
-            kept += [data[done:value], b"null"]
-            payloads.append(data[value + 1 : end])
-            done = end + 1
+            payloads.append(data[value + 1 : end - 1])
         else:
+            # null, or numbers (vLLM 0.21 sends nested lists of them): nothing that can be used, and nothing to keep in an event.
+            end = value + len(_NUMBERS.match(data, value)[0].rstrip(b", \t\n\r"))
             payloads.append(b"")
-            kept.append(data[done:value])
-            done = value
+        kept += [data[done:value], b"null" if end > value else b""]
+        done = end
         at = data.find(_KEY, done)
     kept.append(data[done:])
     return b"".join(kept), payloads
