@@ -20,6 +20,6 @@ def activate() -> None:
 
 def facts() -> dict[str, Any]:
     """Which VERL is installed, and through which of its seams the plugin works (for `verl-r3 doctor`); see `facts.py`."""
-    from .facts import facts as read
+    from .seams import facts as read
 
     return read()
