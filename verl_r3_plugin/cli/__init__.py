@@ -45,7 +45,7 @@ def main() -> None:
     except R3Error as error:
         sys.exit(f"verl-r3: {error}")
     except ModuleNotFoundError as error:
-        extra = _EXTRAS.get((error.name or "").split(".")[0])
+        extra = "demo" if sys.argv[1:2] == ["demo"] else _EXTRAS.get((error.name or "").split(".")[0])
         if extra is None:
             raise
         sys.exit(f"verl-r3: expected {error.name!r} to be installed, found that it is not; pip install 'verl-r3-plugin[{extra}]'")

@@ -1,7 +1,7 @@
 """Sets of K out of E as numbers: the combinatorial number system.
 
 The set c_1 < c_2 < ... < c_K has rank C(c_1, 1) + C(c_2, 2) + ... + C(c_K, K), a bijection with 0 .. C(E, K) - 1
-(Knuth, TAOCP 4A, 7.2.1.3). Ranks of more than 64 bits (512 experts, top-10: 68) are held as two uint64 arrays, low and high.
+(Knuth, TAOCP 4A, 7.2.1.3). Ranks of more than 64 bits (512 experts, top-10: 69) are held as two uint64 arrays, low and high.
 """
 
 from __future__ import annotations
