@@ -8,7 +8,9 @@ import typer
 
 from .. import __version__
 from ..errors import R3Error
+from . import bench
 from .demo.command import demo
+from .inspect import inspect
 from .report import report
 
 app = typer.Typer(
@@ -21,6 +23,8 @@ _PASS_ON = {"allow_extra_args": True, "ignore_unknown_options": True, "help_opti
 
 app.command()(demo)
 app.command()(report)
+app.command()(inspect)
+app.add_typer(bench.app, name="bench")
 
 
 @app.callback(invoke_without_command=True)

@@ -1,7 +1,7 @@
 """Bytes <-> RoutedExperts. `envelope.py` is the format; each encoding of the rows is a file of its own."""
 
 from .encoding import Encoding
-from .envelope import Header, decode, encode, envelope_bytes, read_header, token_hash
+from .envelope import MAGIC, Header, decode, encode, envelope_bytes, read_header, token_hash
 from .faults import (
     BadHeader,
     BadMagic,
@@ -16,6 +16,7 @@ from .faults import (
 )
 
 __all__ = [
+    "MAGIC",
     "BadHeader",
     "BadMagic",
     "ChecksumMismatch",

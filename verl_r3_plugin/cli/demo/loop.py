@@ -125,6 +125,7 @@ class Demo:
         with self.phases.of("batch"):
             data, data_metrics = self._batch(rollouts, step)
             batch = Batch.of(data)
+            (self.options.out / "routes.r3").write_bytes(b"".join(batch.blobs))  # of the newest step, for verl-r3 inspect
         self.tell(f"step {step}: log-probs")
         replays = self.options.replay != "off"
         figures = self._describe(step, rollouts, batch, data_metrics)
