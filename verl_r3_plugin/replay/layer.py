@@ -3,8 +3,8 @@
 Megatron-core (0.16 and later) calls `get_replay_topk` of whatever a `TopKRouter` holds in `router_replay`, and goes on with the indices it
 gets: probabilities, gradients, losses and dispatch are Megatron's own. That one method is the whole seam.
 
-On a device nothing here waits: whether every row is valid is known on the host when routes are loaded, sums stay on the device until they are
-asked for, and ids are widened only for the gather. A step in which all rows are valid does a gather instead of a top-k.
+On a device nothing here waits: whether every row is valid is known on the host when routes are loaded, sums stay on the device until
+they are asked for, and ids are widened only for the gather. A step in which all rows are valid does a gather instead of a top-k.
 """
 
 from __future__ import annotations
@@ -83,8 +83,9 @@ class LayerReplay:
             return default_compute_topk(scores, topk, num_groups=num_groups, group_topk=group_topk)
         if _in_backward():
             raise ReplayError(
-                f"{self.name}: expected the routes of this micro-batch's forward pass for its recompute, found none kept; this kind of "
-                "activation recompute cannot be replayed (actor_rollout_ref.actor.megatron.override_transformer_config.recompute_granularity)"
+                f"{self.name}: expected the routes of this micro-batch's forward pass for its recompute, found none kept; this kind "
+                "of activation recompute cannot be replayed "
+                "(actor_rollout_ref.actor.megatron.override_transformer_config.recompute_granularity)"
             )
         self._check(self._ids, scores, topk)
         chosen = self._ids.long()

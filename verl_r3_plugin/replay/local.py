@@ -41,7 +41,7 @@ class LocalRoutes:
 
         blobs: the field's value for each sequence of the micro-batch; token_ids: each sequence's ids without padding.
         rows: int64 [local_tokens], the token's number among the sequences laid end to end, or -1 for padding.
-        layers: ordinals of this rank's MoE layers.
+        layers: ordinals of this rank's MoE layers; none in a pipeline stage of dense layers, where nothing is read and no row is valid.
         """
         if len(blobs) != len(token_ids):
             raise ReplayError(f"expected one field value a sequence, found {len(blobs)} for {len(token_ids)} sequences")
@@ -51,6 +51,8 @@ class LocalRoutes:
             raise ReplayError(f"expected token numbers below {bounds[-1]}, found {rows.max()}")
         ids = np.zeros((len(layers), len(rows), schema.top_k), schema.id_dtype)
         valid = np.zeros(len(rows), np.bool_)
+        if not layers:
+            return cls(ids, valid, (None,) * len(blobs))
         reasons = []
         sequence = np.searchsorted(bounds, rows, side="right") - 1  # -1 where padding
         for index, (blob, tokens) in enumerate(zip(blobs, token_ids, strict=True)):
