@@ -1,9 +1,9 @@
 """One rank of a real Megatron-core job under gloo: run as a script by every rank of a group, with a JSON list of cases.
 
 Each case builds a model twice from the same weights: once live, without replay and without recompute, with a recorder at each router;
-once with replay attached. The routes travel as envelopes through `LocalRoutes.gather`. Which token a router's row holds is not taken from the slicing under
-test: the embedding has a known row for each token and all token ids of a micro-batch differ, so each row of the embedding's output names
-its token. One JSON object a case goes to RESULTS/<rank>.json.
+once with replay attached. The routes travel as envelopes through `LocalRoutes.gather`. Which token a router's row holds is not taken
+from the slicing under test: the embedding has a known row for each token and all token ids of a micro-batch differ, so each row of
+the embedding's output names its token. One JSON object with all cases goes to RESULTS/<rank>.json.
 """
 
 from __future__ import annotations

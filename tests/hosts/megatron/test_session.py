@@ -159,3 +159,46 @@ def test_only_compared_rows_cost_a_top_k():
                 assert len(calls) == expected
     finally:
         torch.topk = original
+
+
+def test_routers_of_mtp_layers_are_left_alone():
+    """Their layer numbers are also those of decoder layers, since 0.17."""
+    from megatron.core.models.gpt.gpt_layer_specs import get_gpt_decoder_block_spec, get_gpt_mtp_block_spec
+    from megatron.core.models.gpt.gpt_model import GPTModel
+    from megatron.core.transformer.moe.router import TopKRouter
+    from support import replay_layouts
+
+    from verl_r3_plugin.cli.demo import megatron_cpu
+
+    megatron_cpu.initialise()
+    config = replay_layouts.config({}, mtp_num_layers=1)
+    spec = get_gpt_decoder_block_spec(config, use_transformer_engine=False)
+    mtp = get_gpt_mtp_block_spec(config, spec, use_transformer_engine=False)
+    chunk = GPTModel(config, spec, vocab_size=64, max_sequence_length=16, position_embedding_type="rope", mtp_block_spec=mtp)
+    routers = [module for module in chunk.modules() if isinstance(module, TopKRouter)]
+    decoder = [module for module in chunk.decoder.modules() if isinstance(module, TopKRouter)]
+    assert len(routers) == 4 and len(decoder) == 3
+    session = megatron.attach([chunk], SCHEMA)
+    assert session.layers(chunk) == [0, 1, 2]
+    assert [router.router_replay is not None for router in routers] == [router in decoder for router in routers]
+
+
+def test_a_hybrid_model_is_read_by_its_pattern():
+    """HybridModel numbers sublayers: in *E*E the routers are numbers 2 and 4, and MoE layers 0 and 1 of the schema."""
+    from megatron.core.transformer.moe.router import TopKRouter
+
+    class Router(TopKRouter):
+        def __init__(self, number):
+            torch.nn.Module.__init__(self)
+            self.layer_number, self.router_replay, self.is_mtp_layer = number, None, False
+
+    class Hybrid(torch.nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.config, self.hybrid_layer_pattern = settings(), "*E|*E/*E"
+            self.decoder = torch.nn.ModuleList([Router(4), Router(2)])
+
+    chunk = Hybrid()
+    session = megatron.attach([chunk], RouteSchema(8, 2, 4, (1, 3)))
+    assert session.layers(chunk) == [0, 1]
+    assert [router.router_replay.name for router in chunk.decoder] == ["MoE layer 3", "MoE layer 1"]
