@@ -1,8 +1,10 @@
 """The main job, end to end, as a user starts it."""
 
 import json
+import signal
 import subprocess
 import sys
+import time
 
 import psutil
 import pytest
@@ -63,6 +65,29 @@ def test_the_figures_have_the_promised_names(run):
 
 
 def test_no_server_outlives_the_demo(run):
-    _, out = run
-    left = [p.info["cmdline"] for p in psutil.process_iter(["cmdline"]) if any(str(out) in part for part in p.info["cmdline"] or [])]
-    assert left == []
+    assert processes_of(run[1]) == []
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+def test_no_server_outlives_a_demo_that_is_interrupted(number, tmp_path):
+    command = [sys.executable, "-m", "verl_r3_plugin", "demo", "--out", str(tmp_path)]
+    demo = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, start_new_session=True)
+    try:
+        # vLLM is the first server to be started, the gateway the second; vLLM then starts a process for its engine.
+        deadline = time.monotonic() + 90
+        while len(children := psutil.Process(demo.pid).children(recursive=True)) < 3 and time.monotonic() < deadline:
+            time.sleep(0.2)
+        assert len(children) >= 3
+        demo.send_signal(number)
+        demo.communicate(timeout=60)
+    finally:
+        if demo.poll() is None:
+            demo.kill()
+    assert demo.returncode != 0
+    _, alive = psutil.wait_procs(children, timeout=5)
+    assert alive == []
+
+
+def processes_of(out):
+    """Command lines of running processes that name the folder."""
+    return [p.info["cmdline"] for p in psutil.process_iter(["cmdline"]) if any(str(out) in part for part in p.info["cmdline"] or [])]

@@ -11,6 +11,7 @@ from typing import Any
 
 import typer
 from rich.console import Console
+from rich.progress import Progress, TimeElapsedColumn
 from rich.table import Table
 
 from ...errors import ConfigError, R3Error
@@ -44,9 +45,11 @@ def demo(
             file.write(json.dumps(figures) + "\n")
         console.print(step_table([figures]))
 
-    with console.status("starting") as status:
-        options = Options(out=out, cache=cache, steps=steps, replay=replay, seed=seed)
-        result = Demo(options, tell=status.update, on_step=on_step).run()
+    options = Options(out=out, cache=cache, steps=steps, replay=replay, seed=seed)
+    with Progress(*Progress.get_default_columns()[:2], TimeElapsedColumn(), console=console, transient=True) as progress:
+        # A fixed number of announcements before the first step, and in each.
+        task = progress.add_task("starting", total=3 + 4 * steps)
+        result = Demo(options, tell=lambda what: progress.update(task, description=what, advance=1), on_step=on_step).run()
     summary = {"parts": parts(), "steps": result.steps, "routes_equal": result.routes_equal}
     (out / "summary.json").write_text(json.dumps(summary | {"phases": result.phases}, indent=2))
     console.print(step_table(result.steps))
