@@ -21,7 +21,10 @@ def test_every_seam_of_the_installed_verl_is_found():
 
 
 def test_reading_them_imports_no_verl():
-    code = "import sys\nfrom verl_r3_plugin.hosts.verl import facts as f; f(), f(); print([m for m in ('verl', 'torch') if m in sys.modules])"
+    code = (
+        "import sys\nfrom verl_r3_plugin.hosts.verl import facts\n"
+        "facts(), facts()\nprint([m for m in ('verl', 'torch') if m in sys.modules])"
+    )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60)
     assert done.stdout.strip() == "[]", done.stderr
 
