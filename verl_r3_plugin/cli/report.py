@@ -20,7 +20,7 @@ PLOTS = (
 )
 STYLE = (
     "body{font:16px/1.5 system-ui,sans-serif;max-width:70rem;margin:2rem auto;padding:0 1rem;color:#1b1f24}"
-    "table{border-collapse:collapse;font-size:.85rem}td,th{padding:.25rem .6rem;text-align:right;border-bottom:1px solid #ddd}"
+    "table{border-collapse:collapse;font-size:.85rem}td,th{padding:.25rem .6rem;text-align:right;font-weight:normal;border-bottom:1px solid #ddd}"
     "figure{display:inline-block;margin:0 1rem 1rem 0}.ok{color:#176f2c}.bad{color:#b31d28}"
 )
 
@@ -66,13 +66,14 @@ def _page(steps: list[dict[str, Any]], summary: dict[str, Any]) -> str:
 
 
 def _table(steps: list[dict[str, Any]]) -> str:
-    names = [(key, kind) for key, value in steps[0].items() for kind in (sorted(value) if isinstance(value, dict) else [None])]
-    head = "".join(f"<th>{html.escape(key if kind is None else f'{key} {kind}')}</th>" for key, kind in names)
-    rows = "".join(
-        "<tr>" + "".join(f"<td>{_cell(step.get(key) if kind is None else step[key][kind])}</td>" for key, kind in names) + "</tr>"
-        for step in steps
-    )
-    return f"<table><tr>{head}</tr>{rows}</table>"
+    """One column a step, one row a figure: a page is taller than wide."""
+    rows = []
+    for key, value in steps[0].items():
+        for kind in sorted(value) if isinstance(value, dict) else [None]:
+            name = html.escape(key if kind is None else f"{key}, {kind}")
+            cells = "".join(f"<td>{_cell(step.get(key) if kind is None else step[key][kind])}</td>" for step in steps)
+            rows.append(f"<tr><th>{name}</th>{cells}</tr>")
+    return f"<table>{''.join(rows)}</table>"
 
 
 def _cell(value: Any) -> str:
