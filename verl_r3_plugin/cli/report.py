@@ -20,7 +20,8 @@ PLOTS = (
 )
 STYLE = (
     "body{font:16px/1.5 system-ui,sans-serif;max-width:70rem;margin:2rem auto;padding:0 1rem;color:#1b1f24}"
-    "table{border-collapse:collapse;font-size:.85rem}td,th{padding:.25rem .6rem;text-align:right;font-weight:normal;border-bottom:1px solid #ddd}"
+    "table{border-collapse:collapse;font-size:.85rem}"
+    "td,th{padding:.25rem .6rem;text-align:right;font-weight:normal;border-bottom:1px solid #ddd}"
     "figure{display:inline-block;margin:0 1rem 1rem 0}.ok{color:#176f2c}.bad{color:#b31d28}"
 )
 
