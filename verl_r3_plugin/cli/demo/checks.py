@@ -2,10 +2,7 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Sequence
-from pathlib import Path
-from typing import Any
 
 import httpx
 import numpy as np
@@ -16,6 +13,7 @@ from ...field import pack
 from ...routes import RoutedExperts
 from ...schema import RouteSchema
 from ...trajectory import Trajectory
+from .checkpoint import HF_CONFIG
 from .trainer import Batch, Trainer
 
 PROBE_ROWS, PROBE_TOKENS = 4, 48
@@ -87,7 +85,7 @@ def served_log_probs(port: int, model: str, tokens: Sequence[np.ndarray], schema
 
 def check_push(trainer: Trainer, port: int, model: str, seed: int) -> float:
     """Mean |log-prob difference| between server and trainer on the probe; PushFailed above PUSH_TOLERANCE."""
-    tokens = probe_batch(seed, trainer.model.config.vocab_size if hasattr(trainer.model.config, "vocab_size") else 128)
+    tokens = probe_batch(seed, HF_CONFIG["vocab_size"])
     served, blobs = served_log_probs(port, model, tokens, trainer.schema)
     everything = [np.arange(len(ids)) > 0 for ids in tokens]
     batch = Batch(list(tokens), everything, served, blobs)
@@ -99,8 +97,3 @@ def check_push(trainer: Trainer, port: int, model: str, seed: int) -> float:
             f"{difference:.4f}; the weight push left the server wrong"
         )
     return difference
-
-
-def load_json_lines(path: Path) -> list[dict[str, Any]]:
-    """One object a line."""
-    return [json.loads(line) for line in path.read_text().splitlines() if line.strip()]

@@ -77,6 +77,7 @@ class Trainer:
         mode = plugins.replay_mode(replay_mode)
         self.replay = mode.attach([self.model], schema)
         self._master = [parameter.detach().clone().requires_grad_() for parameter in self.model.parameters()]
+        self._placed: list[np.ndarray] | None = None  # row numbers of each micro-batch, while `record` wants them
         self._optimiser = torch.optim.AdamW(self._master, lr=learning_rate, weight_decay=0.0)
 
     def log_probs(self, batch: Batch, *, replay: bool, statistics: bool = False, blobs: Sequence[bytes] | None = None) -> list[np.ndarray]:
@@ -129,11 +130,14 @@ class Trainer:
     def record(self) -> Iterator[list[tuple[np.ndarray, dict[int, np.ndarray]]]]:
         """What the routers emit meanwhile: (row numbers, {layer: bool [local tokens, experts]}) of each micro-batch."""
         records: list[tuple[np.ndarray, dict[int, np.ndarray]]] = []
-        with megatron_cpu.record_routing_maps([self.model]) as maps:
-            self._placed: list[np.ndarray] = []
-            yield records
+        self._placed = []
+        try:
+            with megatron_cpu.record_routing_maps([self.model]) as maps:
+                yield records
             for number, placed in enumerate(self._placed):
                 records.append((placed, {layer: seen[number].numpy() for layer, seen in maps.items()}))
+        finally:
+            self._placed = None
 
     def _forward(self, batch: Batch, rows: slice, blobs: Sequence[bytes], replay: bool) -> tuple[torch.Tensor, list[int]]:
         """Log-probs [rows, longest] of each token given those before it, and the rows' lengths."""
@@ -146,7 +150,7 @@ class Trainer:
             self.replay.load(self.model, LocalRoutes.gather(blobs[rows], tokens, placed, self.replay.layers(self.model), self.schema))
         else:
             self.replay.clear()
-        if hasattr(self, "_placed"):
+        if self._placed is not None:
             first = sum(len(ids) for ids in batch.tokens[: rows.start])
             self._placed.append(np.where(placed < 0, -1, placed + first))
         positions = torch.arange(longest).expand(count, longest).contiguous()

@@ -22,7 +22,7 @@ from ...capture import CaptureSource
 from ...errors import R3Error, RoutesError
 from ...routes import RoutedExperts
 from ...schema import RouteSchema
-from .store import HeldTurn, RouteStore, running_digests
+from .store import Continuation, HeldTurn, RouteStore, running_digests
 
 log = structlog.get_logger()
 
@@ -188,7 +188,19 @@ class RouteTransport(httpx.AsyncBaseTransport):
                 self.status.refetched_rows += len(missing)
         return known, RoutedExperts.join([missing, routes])
 
-    def _add(self, whose, digests, version, start, prompt, tokens, before, routes, reason) -> None:
+    def _add(
+        self,
+        whose: Request,
+        digests: list[int],
+        version: int,
+        start: int,
+        prompt: np.ndarray,
+        tokens: np.ndarray,
+        before: Continuation,
+        routes: RoutedExperts | None,
+        reason: str | None,
+    ) -> None:
+        """Keep one answer as a turn that continues `before`."""
         hashed = codec.token_hash(tokens)
         if routes is None:
             envelope, start, known = b"", min(start, before.extent), before.known
@@ -196,7 +208,7 @@ class RouteTransport(httpx.AsyncBaseTransport):
         else:
             envelope = codec.encode(routes, start=start, token_count=len(tokens), token_hash=hashed, encoding=self.encoding)
             unbroken = len(routes) if routes.present.all() else int(routes.present.argmin())
-            known = start + unbroken if start <= before.known else before.known
+            known = max(before.known, start + unbroken) if start <= before.known else before.known
             self.status.with_routes += 1
         self.store.add(
             whose.rollout,
